@@ -1,0 +1,1 @@
+"""Benchmarks that users can run, and the scripts that time other programs beside them."""

@@ -1,0 +1,129 @@
+"""The KV cache on the device: pages, and the per-batch copy of them that a run of decode steps reads on CPU."""
+
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxinfer.config import ModelConfig
+
+
+class PagedLayer(NamedTuple):
+    """One layer's pool. A token's slot is `page * C + offset`."""
+
+    k: Float[Array, "P C K H"]
+    v: Float[Array, "P C K H"]
+
+
+class PagedKV(NamedTuple):
+    """The preallocated pool of every layer; donated to each step and updated in place."""
+
+    layers: tuple[PagedLayer, ...]
+
+    @property
+    def num_slots(self) -> int:
+        """Slots in the pool; the value that pads `slot_mapping`."""
+        return self.layers[0].k.shape[0] * self.layers[0].k.shape[1]
+
+
+class GatheredLayer(NamedTuple):
+    """One layer's tokens of one batch, copied out of the pages; `k` has tokens on the minor axis."""
+
+    k: Float[Array, "B K H S"]
+    v: Float[Array, "B K S H"]
+
+
+class GatheredKV(NamedTuple):
+    """The batch's context side by side, rows flush right, so that every row's next token has the same column.
+
+    XLA:CPU gathers at 8 GB/s and multiplies at 40: copying the context once for a run of decode steps and reading
+    the copy makes a step at batch 32 three times cheaper in attention than gathering pages in each.
+    """
+
+    layers: tuple[GatheredLayer, ...]
+    starts: Int[Array, " B"]  # first valid column of each row
+    column: Int[Array, ""]  # where this step's token goes
+
+    @property
+    def num_columns(self) -> int:
+        """Context columns plus the room for new tokens."""
+        return self.layers[0].v.shape[2]
+
+
+KVCache = TypeVar("KVCache", PagedKV, GatheredKV)  # a step reads and returns the kind it was given
+
+
+def init_pages(config: ModelConfig, *, num_pages: int, page_size: int, dtype: jnp.dtype) -> PagedKV:
+    """A zeroed pool for `num_pages` pages of `page_size` tokens in every layer."""
+    shape = (num_pages, page_size, config.num_kv_heads, config.head_dim)
+    make = lambda: PagedLayer(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
+    return PagedKV(layers=tuple(make() for _ in range(config.num_layers)))
+
+
+def write_slots(
+    pages: PagedLayer, k: Float[Array, "T K H"], v: Float[Array, "T K H"], slot_mapping: Int[Array, " T"]
+) -> PagedLayer:
+    """Put token t's key and value at `slot_mapping[t]`; slots out of the pool are dropped."""
+    return PagedLayer(k=_scatter(pages.k, k, slot_mapping), v=_scatter(pages.v, v, slot_mapping))
+
+
+def _scatter(
+    pool: Float[Array, "P C K H"], rows: Float[Array, "T K H"], slots: Int[Array, " T"]
+) -> Float[Array, "P C K H"]:
+    flat = pool.reshape(-1, *pool.shape[2:])
+    if slots.shape[0] == 1:  # XLA turns a one-row scatter that may drop into a select over two whole pools
+        slots = jnp.append(slots, jnp.asarray(flat.shape[0], slots.dtype))
+        rows = jnp.repeat(rows, 2, axis=0)
+    return flat.at[slots].set(rows.astype(pool.dtype), mode="drop").reshape(pool.shape)
+
+
+def gather_context(
+    kv: PagedKV, block_table: Int[Array, "B M"], context_lens: Int[Array, " B"], *, room: int
+) -> GatheredKV:
+    """Copy each row's committed tokens out of the pages, flush right, with `room` empty columns after them.
+
+    Args:
+        kv: the pool.
+        block_table: pages of each row; the copy has M * C columns of context.
+        context_lens: committed tokens of each row.
+        room: decode steps the copy must hold.
+    """
+    page_size = kv.layers[0].k.shape[1]
+    num_columns = block_table.shape[1] * page_size
+    starts = num_columns - context_lens
+    tokens = jnp.arange(num_columns, dtype=jnp.int32) - starts[:, None]
+    pages = jnp.take_along_axis(block_table, jnp.maximum(tokens, 0) // page_size, axis=1, mode="clip")
+    slots = jnp.where(tokens >= 0, pages * page_size + tokens % page_size, kv.num_slots)
+    layers = tuple(_gather_layer(layer, slots, room) for layer in kv.layers)
+    return GatheredKV(layers=layers, starts=starts, column=jnp.int32(num_columns))
+
+
+def _gather_layer(layer: PagedLayer, slots: Int[Array, "B S"], room: int) -> GatheredLayer:
+    def gather(pool: Float[Array, "P C K H"]) -> Float[Array, "B S K H"]:
+        rows = pool.reshape(-1, *pool.shape[2:]).at[slots].get(mode="fill", fill_value=0)
+        return jnp.pad(rows, ((0, 0), (0, room), (0, 0), (0, 0)))
+
+    return GatheredLayer(k=gather(layer.k).transpose(0, 2, 3, 1), v=gather(layer.v).transpose(0, 2, 1, 3))
+
+
+def append_column(
+    layer: GatheredLayer, k: Float[Array, "B K H"], v: Float[Array, "B K H"], column: Int[Array, ""]
+) -> GatheredLayer:
+    """Put one new token of every row at `column`."""
+    return GatheredLayer(
+        k=jax.lax.dynamic_update_slice_in_dim(layer.k, k[..., None].astype(layer.k.dtype), column, axis=3),
+        v=jax.lax.dynamic_update_slice_in_dim(layer.v, v[:, :, None].astype(layer.v.dtype), column, axis=2),
+    )
+
+
+def commit_columns(kv: PagedKV, gathered: GatheredKV, slots: Int[Array, "B J"]) -> PagedKV:
+    """Write the last J columns, the tokens a run of decode steps added, to their slots in the pool."""
+    layers = []
+    for pages, columns in zip(kv.layers, gathered.layers, strict=True):
+        num_new = slots.shape[1]
+        k = columns.k[..., -num_new:].transpose(0, 3, 1, 2)
+        v = columns.v[:, :, -num_new:].transpose(0, 2, 1, 3)
+        flat = lambda rows: rows.reshape(-1, *rows.shape[2:])
+        layers.append(write_slots(pages, flat(k), flat(v), slots.reshape(-1)))
+    return PagedKV(layers=tuple(layers))

@@ -1,0 +1,5 @@
+"""`python -m jaxinfer.cli`."""
+
+from jaxinfer.cli import main
+
+main()

@@ -1,0 +1,1 @@
+"""What surrounds the steps on the host: requests, scheduling, batches, text."""

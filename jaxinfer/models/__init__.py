@@ -1,0 +1,1 @@
+"""One decoder, and the families that are data for it."""
