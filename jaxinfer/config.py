@@ -7,6 +7,7 @@ from typing import Literal
 from jaxinfer.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16", "float16")
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,7 @@ class ModelConfig:
     max_position_embeddings: int
     norm: Literal["rms", "layer"]
     norm_eps: float
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu"]
+    activation: Activation
     gated_mlp: bool = False
     residual: Literal["pre", "post", "parallel"] = "pre"
     final_norm: bool = True

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self, overload
+from typing import Any, overload
 
 import numpy as np
 
@@ -69,6 +69,7 @@ class LLM:
             max_model_len=loaded.plan.max_model_len,
             eos_ids=loaded.eos_ids,
         )
+        self.buckets = self._engine.buckets
         self._seeds = np.random.default_rng(seed)
 
     @overload
@@ -126,7 +127,7 @@ class LLM:
         """Free the device's memory; the object is of no use afterwards."""
         self._engine.close()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "LLM":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -152,11 +153,13 @@ class LLM:
             self._engine.abort(requests)
 
     def _stream(self, request: Request) -> Iterator[str]:
-        sequence, shown = request.sequences[0], 0
+        sequence, shown, is_finished = request.sequences[0], 0, False
         try:
             self._engine.add(request)
-            while not request.is_finished:
-                self._engine.step()
+            while not is_finished:
+                if not request.is_finished:  # another call's steps may have finished it
+                    self._engine.step()
+                is_finished = request.is_finished
                 if len(sequence.text) > shown:
                     yield sequence.text[shown:]
                     shown = len(sequence.text)

@@ -19,6 +19,7 @@ from jaxinfer.io.tokenizer import Tokenizer, load_tokenizer
 from jaxinfer.models.registry import Family, Source, family_of
 from jaxinfer.types import Params
 
+_ALIGNMENT = 64  # bytes; what XLA:CPU asks of a buffer
 Progress = Callable[[str, int, int], None]  # what is happening, done, total
 
 
@@ -71,13 +72,21 @@ def _is_source(leaf: object) -> bool:
 
 
 def _load_leaf(checkpoint: Checkpoint, source: Source, stored: dict[str, str], dtype: np.dtype) -> jax.Array:
-    out = np.empty(source.shape, dtype)
+    out = _host_array(source.shape, dtype)
     start = 0
     for name, _ in source.parts:
         part = source.arrange(checkpoint.read(stored[name]))
         out[start : start + part.shape[0]] = part
         start += part.shape[0]
-    return jax.device_put(out)
+    return jax.block_until_ready(jax.device_put(out))  # else host copies pile up behind a slow link
+
+
+def _host_array(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An uninitialised array that the CPU device adopts as it is; one less aligned it would copy."""
+    num_bytes = prod(shape) * dtype.itemsize
+    raw = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + num_bytes].view(dtype).reshape(shape)
 
 
 def _match_names(checkpoint: Checkpoint, leaves: Iterable[Source], family: Family) -> dict[str, str]:

@@ -158,7 +158,7 @@ def _decode_one(
         kv=kv,
         token_ids=choice.ids,
         active=run.active & ~is_stop & (num_outputs + 1 < sampling.max_tokens),
-        num_tokens=run.num_tokens + run.active,
+        num_tokens=run.num_tokens + run.active.astype(jnp.int32),
         counts=None if run.counts is None else add_token(run.counts, choice.ids, run.active),
         emitted=jax.tree.map(lambda room, row: room.at[run.step].set(row), run.emitted, choice),
     )

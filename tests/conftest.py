@@ -27,7 +27,7 @@ hypothesis.settings.load_profile("jaxinfer")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Keep compiled programs between runs, in pytest's cache folder."""
-    if config.cache is not None:
+    if getattr(config, "cache", None):  # absent under -p no:cacheprovider
         jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir(f"xla-{jax.__version__}")))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -2,7 +2,6 @@
 
 import sys
 from types import TracebackType
-from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
@@ -52,7 +51,7 @@ class StderrProgress:
             self._bar.remove_task(self._task)
             self._task = None
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "StderrProgress":
         return self
 
     def __exit__(

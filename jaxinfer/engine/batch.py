@@ -134,7 +134,7 @@ def pack_sampling(sequences: Seq[Sequence], num_rows: int, buckets: Buckets) -> 
     return SamplingBatch(rows, *limits, edits=edits, history=history, prompt_lens=prompt_lens)
 
 
-def _column(num_rows: int, values: Seq[float], padding: float, dtype: type) -> np.ndarray:
+def _column(num_rows: int, values: Seq[float | int], padding: float | int, dtype: type) -> np.ndarray:
     out = np.full(num_rows, padding, dtype)
     out[: len(values)] = values
     return out

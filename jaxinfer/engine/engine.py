@@ -57,7 +57,7 @@ class Engine:
         )
         self._kv = init_pages(config, num_pages=plan.num_pages, page_size=plan.page_size, dtype=plan.dtype)
         self._max_gathered_tokens = plan.max_gathered_tokens
-        self._buckets = _buckets(config, options, plan)
+        self.buckets = _buckets(config, options, plan)
 
     @property
     def has_work(self) -> bool:
@@ -93,9 +93,9 @@ class Engine:
             leaf.delete()
 
     def _prefill(self, plan: PrefillPlan) -> None:
-        batch, next_ids = pack_prefill(plan, self._buckets)
+        batch, next_ids = pack_prefill(plan, self.buckets)
         top, prompt_top = num_logprobs(plan.sequences), num_prompt_logprobs(plan.sequences)
-        sampling = pack_sampling(plan.sequences, len(batch.context_lens), self._buckets)
+        sampling = pack_sampling(plan.sequences, len(batch.context_lens), self.buckets)
         self._announce(
             "prefill", len(batch.token_ids), len(batch.context_lens), top, prompt_top, sampling.edits is None
         )
@@ -120,12 +120,12 @@ class Engine:
                 self._emit(sequence, out, row)
 
     def _decode(self, plan: DecodePlan) -> None:
-        batch = pack_decode(plan, self._buckets, gather=True)
-        gather = batch.block_table.size * self._buckets.page_size <= self._max_gathered_tokens
+        batch = pack_decode(plan, self.buckets, gather=True)
+        gather = batch.block_table.size * self.buckets.page_size <= self._max_gathered_tokens
         if not gather:
-            batch = pack_decode(plan, self._buckets, gather=False)
+            batch = pack_decode(plan, self.buckets, gather=False)
         top = num_logprobs(plan.sequences)
-        sampling = pack_sampling(plan.sequences, len(batch.context_lens), self._buckets)
+        sampling = pack_sampling(plan.sequences, len(batch.context_lens), self.buckets)
         self._announce("decode", *batch.block_table.shape, gather, top, sampling.edits is None, sampling.stop_ids.shape)
         self._kv, out = decode_step(
             self._params,

@@ -2,31 +2,14 @@
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
 
 from jaxinfer.engine.request import Request, Sequence
-from jaxinfer.engine.text import Detokenizer, TextStream
+from jaxinfer.engine.text import TextStream
 from jaxinfer.errors import RequestError
+from jaxinfer.io.tokenizer import Tokenizer
 from jaxinfer.sampling_params import SamplingParams
 
 DEFAULT_MAX_TOKENS = 256
-
-
-class Tokenizer(Protocol):
-    """What a request needs of a tokenizer."""
-
-    @property
-    def bos_id(self) -> int | None:
-        """Beginning-of-sequence id, if there is one."""
-        ...
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text, special tokens added as the model expects them."""
-        ...
-
-    def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
-        """A decoder for one sequence."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

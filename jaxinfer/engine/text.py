@@ -1,21 +1,7 @@
 """From token ids to text that is safe to show: whole characters only, and nothing of a stop string."""
 
-from collections.abc import Sequence
-from typing import Protocol
-
 from jaxinfer.engine.stop import StopStrings
-
-
-class Detokenizer(Protocol):
-    """Incremental decoder of one sequence."""
-
-    def push(self, ids: Sequence[int]) -> str:
-        """Text that these ids complete."""
-        ...
-
-    def flush(self) -> str:
-        """What is left."""
-        ...
+from jaxinfer.io.tokenizer import Detokenizer
 
 
 class TextStream:

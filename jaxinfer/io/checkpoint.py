@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from jaxinfer.io.gguf import GGUFCheckpoint
 from jaxinfer.io.safetensors import SafetensorsCheckpoint
 
 
+@runtime_checkable
 class Checkpoint(Protocol):
     """An open checkpoint; tensors are read one at a time, on demand.
 
@@ -37,7 +38,7 @@ class Checkpoint(Protocol):
         """Let go of the files; arrays already read stay valid."""
         ...
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Checkpoint":
         """The checkpoint itself."""
         ...
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -105,7 +105,7 @@ class GGUFCheckpoint:
         """Let go of the file; arrays already read stay valid."""
         self._data = None
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "GGUFCheckpoint":
         return self
 
     def __exit__(self, *exc_info: object) -> None:

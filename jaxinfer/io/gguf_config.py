@@ -93,7 +93,7 @@ def generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
     ids = special_ids(metadata)
     ends = eos_ids(metadata)
     if ends:
-        ids["eos_token_id"] = list(ends) if len(ends) > 1 else ends[0]
+        ids["eos_token_id"] = ends[0] if len(ends) == 1 else list(ends)
     return ids
 
 
@@ -127,10 +127,10 @@ def architecture_of(path: Path, metadata: Mapping[str, Any]) -> str:
 
 
 def _vocab_size(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> int:
-    shape = shapes.get("token_embd.weight")
-    if not shape:
+    num_rows = next(iter(shapes.get("token_embd.weight", ())), None)
+    if num_rows is None:
         raise CheckpointError(f"{path} lacks the tensor token_embd.weight; it holds no language model")
-    return shape[0]
+    return num_rows
 
 
 def _llama(keys: _Keys, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -96,7 +96,7 @@ class SafetensorsCheckpoint:
         self._maps.clear()
         self._is_closed = True
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "SafetensorsCheckpoint":
         return self
 
     def __exit__(self, *exc_info: object) -> None:

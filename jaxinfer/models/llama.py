@@ -8,10 +8,15 @@ from jaxinfer.models.registry import Family, Fields, llama_layout
 from jaxinfer.models.rope import resolve_rope
 
 
-def llama_fields(field: Fields) -> dict[str, Any]:
-    """ModelConfig fields that Llama and the families that follow it read alike."""
+def llama_fields(field: Fields, *, default_head_dim: int | None = None) -> dict[str, Any]:
+    """ModelConfig fields that Llama and the families that follow it read alike.
+
+    Args:
+        field: reader of the `config.json`.
+        default_head_dim: where the file gives none; None is the width over the heads.
+    """
     num_heads = field("num_attention_heads")
-    head_dim = field("head_dim", field("hidden_size") // num_heads)
+    head_dim = field("head_dim", default_head_dim or field("hidden_size") // num_heads)
     return {
         "vocab_size": field("vocab_size"),
         "hidden_size": field("hidden_size"),
@@ -33,6 +38,7 @@ def llama_fields(field: Fields) -> dict[str, Any]:
 def _translate(hf: Mapping[str, Any]) -> ModelConfig:
     field = Fields(hf)
     attention_bias = field("attention_bias", False)
+    field.only("rope_interleaved", False)
     config = ModelConfig(
         family="llama",
         qkv_bias=attention_bias,

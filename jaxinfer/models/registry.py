@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxinfer.config import ModelConfig
+from jaxinfer.config import Activation, ModelConfig
 from jaxinfer.errors import UnsupportedModelError
 from jaxinfer.types import LayerParams, Linear, Norm, Params
 
@@ -28,7 +28,8 @@ _INERT_KEYS = frozenset(
     "transformers_version transformers.js_config use_cache initializer_range pretraining_tp attention_dropout "
     "hidden_dropout classifier_dropout model_type chunk_size_feed_forward "
     "output_attentions output_hidden_states return_dict is_encoder_decoder id2label label2id problem_type "
-    "gradient_checkpointing task_specific_params tokenizer_class".split()
+    "gradient_checkpointing task_specific_params tokenizer_class init_std is_decoder is_llama_config n_ctx prefix "
+    "summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout".split()
 )
 
 
@@ -90,6 +91,10 @@ class Fields:
             raise UnsupportedModelError(f"config.json must give {name!r}, which is missing or null")
         return default
 
+    def given(self, name: str) -> bool:
+        """Whether the file has the field at all, null or not."""
+        return name in self._hf
+
     def only(self, name: str, *accepted: Any) -> None:
         """Refuse any value but these; the first is what an absent field means."""
         value = self(name, accepted[0])
@@ -99,7 +104,7 @@ class Fields:
                 "this would change the numbers and is not implemented"
             )
 
-    def activation(self, name: str) -> str:
+    def activation(self, name: str) -> Activation:
         """One of the decoder's activations, by any name checkpoints use for it."""
         value = self(name)
         if value not in _ACTIVATIONS:
@@ -113,14 +118,15 @@ class Fields:
         return self._hf
 
     def finish(self) -> None:
-        """Warn of fields nobody read."""
+        """Warn of fields nobody read; refuse quantised weights, which need more than these fields."""
+        self.only("quantization_config", None)
         unknown = sorted(set(self._hf) - self._read - _INERT_KEYS)
-        unknown = [name for name in unknown if not name.endswith(("dropout", "_pdrop", "layerdrop", "pdrop"))]
+        unknown = [name for name in unknown if not name.endswith(("dropout", "dropout_prob", "pdrop", "layerdrop"))]
         if unknown:
             warnings.warn(f"config.json has fields jaxinfer does not know and ignores: {unknown}", stacklevel=3)
 
 
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
@@ -151,6 +157,27 @@ def linear(names: tuple[str, ...], rows: tuple[int, ...], width: int, *, bias: b
 def norm(name: str, width: int, *, bias: bool) -> Norm:
     """Sources of a norm."""
     return Norm(tensor(f"{name}.weight", width), tensor(f"{name}.bias", width) if bias else None)
+
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def layer_windows(field: Fields, window: int | None, *, first: int) -> tuple[int | None, ...]:
+    """`ModelConfig.windows`: as `layer_types` says, else `window` from layer `first` on.
+
+    Raises:
+        UnsupportedModelError: `layer_types` holds an unknown type, does not fit the layers or slides without a window.
+    """
+    num_layers = field("num_hidden_layers")
+    default = [_SLIDING if window and layer >= first else _FULL for layer in range(num_layers)]
+    types = field("layer_types", default)
+    accepted = {_FULL, _SLIDING} if window else {_FULL}
+    if len(types) != num_layers or not set(types) <= accepted:
+        raise UnsupportedModelError(
+            f"layer_types must give each of {num_layers} layers one of {sorted(accepted)}, got {types}; "
+            "other types are not implemented, and a sliding one needs sliding_window"
+        )
+    return tuple(window if kind == _SLIDING else None for kind in types) if _SLIDING in types else ()
 
 
 def llama_layout(config: ModelConfig) -> Params:

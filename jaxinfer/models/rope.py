@@ -35,41 +35,49 @@ def apply_rope(
     return rotated.astype(x.dtype)
 
 
-def resolve_rope(hf: Mapping[str, Any], *, head_dim: int, default_theta: float = 10000.0) -> RopeConfig:
+def resolve_rope(
+    hf: Mapping[str, Any], *, head_dim: int, default_theta: float = 10000.0, default_fraction: float | None = None
+) -> RopeConfig:
     """Read a checkpoint's rope fields, transformers 4 or 5 spelling.
 
     Args:
         hf: the checkpoint's `config.json`.
         head_dim: channels per head.
         default_theta: the family's base where the file names none.
+        default_fraction: rotated share of each head where the file names none; None: the family rotates whole heads.
 
     Raises:
         UnsupportedModelError: for a scaling type or field that is not implemented.
     """
-    parameters = dict(hf.get("rope_parameters") or {})
-    scaling = dict(hf.get("rope_scaling") or {})
-    fields = {**scaling, **parameters}
+    fields = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
     kind = fields.pop("rope_type", None) or fields.pop("type", None) or "default"
     fields.pop("type", None)
-    theta = _first(fields.pop("rope_theta", None), hf.get("rope_theta"), hf.get("rotary_emb_base"), default_theta)
-    fraction = _first(
-        fields.pop("partial_rotary_factor", None), hf.get("partial_rotary_factor"), hf.get("rotary_pct"), 1.0
-    )
-    rotary_dim = int(head_dim * fraction)
+    given = (fields.pop("rope_theta", None), hf.get("rope_theta"), hf.get("rotary_emb_base"))
+    theta = float(_first(*given, default_theta))
+    rotary_dim = int(head_dim * _rotated_fraction(hf, fields, default_fraction))
     inv_freq = theta ** (-np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
     if kind not in _SCALINGS:
         raise UnsupportedModelError(
             f"rope_type must be one of {', '.join(sorted(_SCALINGS))}, got {kind!r}; this model needs a scaling "
             "that jaxinfer does not implement"
         )
-    fields.setdefault("original_max_position_embeddings", hf.get("max_position_embeddings"))
+    original = "original_max_position_embeddings"  # at the top, as Phi-3 has it, or with the rest
+    fields[original] = hf.get(original) or fields.get(original) or hf.get("max_position_embeddings")
     inv_freq, attention_factor = _SCALINGS[kind](inv_freq, fields, theta)
-    fields.pop("original_max_position_embeddings", None)
+    fields.pop(original, None)
     if fields:
         raise UnsupportedModelError(
             f"rope_type {kind!r} has unknown fields {sorted(fields)}; they may change the numbers, so they are refused"
         )
     return RopeConfig(inv_freq=tuple(float(f) for f in inv_freq), attention_factor=float(attention_factor))
+
+
+def _rotated_fraction(hf: Mapping[str, Any], fields: dict[str, Any], default: float | None) -> float:
+    given = (fields.pop("partial_rotary_factor", None), hf.get("partial_rotary_factor"), hf.get("rotary_pct"))
+    fraction = _first(*given, default or 1.0)
+    if default is None and fraction != 1:
+        raise UnsupportedModelError(f"partial_rotary_factor must be 1 for this architecture, got {fraction}")
+    return float(fraction)
 
 
 def _first(*values: Any) -> Any:
@@ -115,7 +123,7 @@ def _yarn(inv_freq: np.ndarray, fields: dict[str, Any], theta: float) -> tuple[n
     if truncate:
         start, end = math.floor(start), math.ceil(end)
     start, end = max(start, 0), min(end, 2 * num_pairs - 1)
-    ramp = np.clip((np.arange(num_pairs) - start) / (max(end - start, 0.001)), 0.0, 1.0)
+    ramp = np.clip((np.arange(num_pairs) - start) / ((end - start) or 0.001), 0.0, 1.0)
     scaled = inv_freq * (1 - ramp) + inv_freq / factor * ramp
     return scaled, _yarn_attention_factor(fields, factor)
 

@@ -99,11 +99,10 @@ def _prefill(
         position = context_lens[row] - (end - start)  # of the tile's first query
         q_tile = jax.lax.dynamic_slice_in_dim(q_KGTH, start, tile, axis=2)
         attended = _attend_tile(q_tile, pools, columns[row], position, context_lens[row], window)
-        inside = (start + jnp.arange(tile, dtype=jnp.int32) < end)[:, None]
-        before = jax.lax.dynamic_slice_in_dim(out_KGTH, start, tile, axis=2)
-        out_KGTH = jax.lax.dynamic_update_slice_in_dim(out_KGTH, jnp.where(inside, attended, before), start, axis=2)
+        # A tile may run into the next row's tokens, which that row's own tiles then overwrite.
+        out_KGTH = jax.lax.dynamic_update_slice_in_dim(out_KGTH, attended, start, axis=2)
         is_last = start + tile >= end
-        return row + is_last, jnp.where(is_last, end, start + tile), out_KGTH
+        return jnp.where(is_last, row + 1, row), jnp.where(is_last, end, start + tile), out_KGTH
 
     unfinished = lambda state: state[1] < cu_q_lens[-1]
     state = (jnp.int32(0), jnp.int32(0), jnp.zeros_like(q_KGTH))

@@ -270,7 +270,7 @@ def test_every_cut_of_the_header_is_an_error_of_ours(tmp_path: Path):
         tmp_path / "m.gguf", "llama", BASE, {"token_embd.weight": random(VOCAB, WIDTH)}, list__x=["a", "b"]
     )
     raw = file.read_bytes()
-    for cut in range(0, len(raw) - 1, 7):
+    for cut in range(0, len(raw) - 1, 61):
         file.write_bytes(raw[:cut])
         with pytest.raises(CheckpointError, match=r"m\.gguf"):
             read_header(file)
