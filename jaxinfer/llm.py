@@ -94,14 +94,14 @@ class LLM:
         """
         if isinstance(prompts, str) or _is_token_ids(prompts):
             request = self._request(prompts, params)
-            self._run([request])
+            self._engine.run([request])
             return request_output(request)
         if not isinstance(params, list | tuple):
             params = [params] * len(prompts)
         if len(params) != len(prompts):
             raise RequestError(f"params must be one, or one per prompt: expected {len(prompts)}, got {len(params)}")
         requests = [self._try_request(*pair) for pair in zip(prompts, params, strict=True)]
-        self._run([request for request in requests if isinstance(request, Request)])
+        self._engine.run([request for request in requests if isinstance(request, Request)])
         return [request_output(request) if isinstance(request, Request) else request for request in requests]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
@@ -113,7 +113,7 @@ class LLM:
         request = self._request(prompt, params)
         if len(request.sequences) != 1:
             raise RequestError(f"n must be 1 to stream, got {request.params.n}; use generate")
-        return self._stream(request)
+        return self._engine.stream(request)
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> RequestOutput:
         """Answer a conversation of {"role", "content"} messages, laid out by the model's chat template."""
@@ -142,29 +142,6 @@ class LLM:
         except RequestError as error:
             text = prompt if isinstance(prompt, str) else None
             return RequestOutput(prompt=text, prompt_token_ids=[], error=error)
-
-    def _run(self, requests: list[Request]) -> None:
-        try:
-            for request in requests:
-                self._engine.add(request)
-            while not all(request.is_finished for request in requests):
-                self._engine.step()
-        finally:
-            self._engine.abort(requests)
-
-    def _stream(self, request: Request) -> Iterator[str]:
-        sequence, shown, is_finished = request.sequences[0], 0, False
-        try:
-            self._engine.add(request)
-            while not is_finished:
-                if not request.is_finished:  # another call's steps may have finished it
-                    self._engine.step()
-                is_finished = request.is_finished
-                if len(sequence.text) > shown:
-                    yield sequence.text[shown:]
-                    shown = len(sequence.text)
-        finally:
-            self._engine.abort([request])
 
 
 def _is_token_ids(prompts: Sequence[Any]) -> bool:

@@ -76,19 +76,27 @@ class _Run(NamedTuple):
     emitted: _Choice  # [J, B]
 
 
-@partial(jax.jit, static_argnames=("config", "max_steps", "gather", "num_logprobs"), donate_argnames="kv")
+@partial(jax.jit, static_argnames="num_columns")
+def gather_step(
+    kv: PagedKV, block_table: Int[Array, "B M"], committed: Int[Array, " B"], *, num_columns: int
+) -> GatheredKV:
+    """Copy a batch's committed context out of the pages, for `decode_step` to read; see `gather_context`."""
+    return gather_context(kv, block_table, committed, num_columns=num_columns)
+
+
+@partial(jax.jit, static_argnames=("config", "max_steps", "num_logprobs"), donate_argnames=("kv", "gathered"))
 def decode_step(
     params: Params,
     kv: PagedKV,
+    gathered: GatheredKV | None,
     batch: StepBatch,
     sampling: SamplingBatch,
     num_steps: Int[Array, ""],
     *,
     config: ModelConfig,
     max_steps: int,
-    gather: bool,
     num_logprobs: int | None = None,
-) -> tuple[PagedKV, StepOutput]:
+) -> tuple[PagedKV, GatheredKV | None, StepOutput]:
     """Generate up to `num_steps` tokens in every row, ending early when no row is left.
 
     A row ends at one of its stop ids or at its `max_tokens`; its pages must hold the tokens it may still emit.
@@ -96,38 +104,39 @@ def decode_step(
     Args:
         params: weights.
         kv: the pool; donated.
+        gathered: a copy of these rows' context, with room for `max_steps` more columns; donated. None reads pages.
         batch: one token per row, whose key and value are not in the pool yet; `context_lens` counts it,
             `slot_mapping` is not read.
         sampling: how rows choose and end.
         num_steps: at most `max_steps`; dynamic.
         config: the model.
         max_steps: room for emitted tokens; static.
-        gather: read the context from one copy made at the start, written back at the end, instead of from pages.
         num_logprobs: alternatives reported with each token; None reports nothing.
+
+    Returns:
+        The pool with the new tokens in it, the copy likewise, and what the rows emitted.
     """
     committed = jnp.maximum(batch.context_lens - 1, 0)
-    cache = gather_context(kv, batch.block_table, committed, room=max_steps) if gather else kv
-    active = sampling.num_outputs < sampling.max_tokens
     run = _Run(
         step=jnp.int32(0),
-        kv=cache,
+        kv=kv if gathered is None else gathered,
         token_ids=batch.token_ids,
-        active=active,
+        active=sampling.num_outputs < sampling.max_tokens,
         num_tokens=jnp.zeros_like(batch.token_ids),
         counts=_count(sampling, config),
         emitted=_room(max_steps, batch.token_ids.shape[0], num_logprobs),
     )
     advance = partial(_decode_one, params, kv, batch, sampling, config=config, num_logprobs=num_logprobs)
     run = jax.lax.while_loop(lambda run: (run.step < num_steps) & jnp.any(run.active), advance, run)
-    if isinstance(run.kv, GatheredKV):
+    if gathered is None:
+        kv = run.kv
+    else:
         steps = jnp.arange(max_steps, dtype=jnp.int32)
         written = steps < run.num_tokens[:, None]
         slots = _slots(kv, batch.block_table, committed[:, None] + steps, written)
-        kv = commit_columns(kv, run.kv, slots)
-    else:
-        kv = run.kv
+        kv, gathered = commit_columns(kv, run.kv, gathered.column, slots), run.kv
     rows_first = jax.tree.map(lambda steps: jnp.swapaxes(steps, 0, 1), run.emitted)
-    return kv, StepOutput(rows_first.ids, run.num_tokens, rows_first.logprobs)
+    return kv, gathered, StepOutput(rows_first.ids, run.num_tokens, rows_first.logprobs)
 
 
 def _decode_one(

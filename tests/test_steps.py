@@ -10,7 +10,7 @@ import pytest
 from jaxinfer.cache.pages import init_pages
 from jaxinfer.io.checkpoint import open_checkpoint
 from jaxinfer.load import load_params, model_config
-from jaxinfer.steps import decode_step, prefill_step
+from jaxinfer.steps import decode_step, gather_step, prefill_step
 from jaxinfer.types import SamplingBatch, SamplingRows, StepBatch
 
 NUM_PAGES, PAGE_SIZE = 512, 16
@@ -64,18 +64,24 @@ def prefill_batch(num_tokens: int) -> StepBatch:
     return StepBatch(4 + span, span, span, table, lens, jnp.array([0, num_tokens], jnp.int32))
 
 
+def copy_context(kv, batch: StepBatch):
+    return gather_step(kv, batch.block_table, batch.context_lens - 1, num_columns=128)
+
+
 @pytest.mark.parametrize("gather", [True, False])
 @pytest.mark.parametrize("num_rows", [1, 4])
 def test_decode_updates_the_donated_pool_in_place(model, kv, num_rows, gather):
     params, config = model
-    run = partial(decode_step, config=config, max_steps=4, gather=gather)
-    inputs = decode_batch(num_rows, 20), sampling(num_rows, vocab_size=config.vocab_size), jnp.int32(4)
-    memory = run.func.lower(params, kv, *inputs, **run.keywords).compile().memory_analysis()
+    batch = decode_batch(num_rows, 20)
+    gathered = copy_context(kv, batch) if gather else None
+    inputs = gathered, batch, sampling(num_rows, vocab_size=config.vocab_size), jnp.int32(4)
+    run = partial(decode_step, config=config, max_steps=4)
+    memory = decode_step.lower(params, kv, *inputs, **run.keywords).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= POOL_BYTES
     assert memory.temp_size_in_bytes < POOL_BYTES / 4
-    new, _ = run(params, kv, *inputs)
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(kv))
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((params, new)))
+    new_kv, new_gathered, _ = run(params, kv, *inputs)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((kv, gathered)))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((params, new_kv, new_gathered)))
 
 
 def test_prefill_updates_the_donated_pool_in_place(model, kv):
@@ -89,19 +95,20 @@ def test_prefill_updates_the_donated_pool_in_place(model, kv):
 
 
 def decode(model, kv, *, num_rows=3, num_steps=6, gather=True, **fields):
-    """Prefill 20 tokens for row 0's pages, then a run of steps."""
+    """A run of steps over contexts of 19 zeros."""
     params, config = model
     batch = decode_batch(num_rows, 20)
-    return decode_step(
+    kv, _, out = decode_step(
         params,
         kv,
+        copy_context(kv, batch) if gather else None,
         batch,
         sampling(num_rows, vocab_size=config.vocab_size, **fields),
         jnp.int32(num_steps),
         config=config,
         max_steps=8,
-        gather=gather,
     )
+    return kv, out
 
 
 def test_reading_a_copy_equals_reading_pages(model, kv):
@@ -132,3 +139,25 @@ def test_finished_rows_write_nothing_more(model, kv):
     for new, old in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):
         written = (np.asarray(new) != old).any(axis=(2, 3))
         assert written.sum() == 2  # one slot in each of the first two rows' pages
+
+
+def test_a_copy_carries_over_from_run_to_run(model, kv):
+    params, config = model
+    _, once = decode(model, kv, num_steps=8)
+    fresh = init_pages(config, num_pages=NUM_PAGES, page_size=PAGE_SIZE, dtype=np.dtype(np.float32))
+    batch, ids = decode_batch(3, 20), []
+    gathered = copy_context(fresh, batch)
+    for _ in range(2):
+        fresh, gathered, out = decode_step(
+            params,
+            fresh,
+            gathered,
+            batch,
+            sampling(3, vocab_size=config.vocab_size),
+            jnp.int32(4),
+            config=config,
+            max_steps=8,
+        )
+        ids.append(out.ids[:, :4])
+        batch = batch._replace(token_ids=out.ids[:, 3], context_lens=batch.context_lens + 4)
+    np.testing.assert_array_equal(np.concatenate(ids, axis=1), once.ids)

@@ -14,7 +14,7 @@ from jaxinfer.engine.scheduler import DecodePlan, PrefillPlan
 from jaxinfer.types import LogitEdits, SamplingBatch, SamplingRows, StepBatch
 
 MIN_TOKENS_BUCKET = 16
-MIN_CONTEXT_BUCKET = 128
+MIN_COLUMNS_BUCKET = 128
 LOGPROBS_BUCKETS = (0, 1, 5, 20)
 STOP_IDS_BUCKET = 8
 
@@ -33,7 +33,8 @@ class Buckets:
 
     rows: tuple[int, ...]
     tokens: tuple[int, ...]  # of a prefill step
-    pages: tuple[int, ...]  # per row, of a decode step's context
+    columns: tuple[int, ...]  # of a batch's gathered context, in tokens
+    max_pages: int  # per row
     page_size: int
     vocab_size: int
     num_slots: int
@@ -65,28 +66,20 @@ def pack_prefill(plan: PrefillPlan, buckets: Buckets) -> tuple[StepBatch, Array]
         context_lens[row] = end
         at += count
         cu_q_lens[row + 1 :] = at
-    table = _block_table(plan.sequences, num_rows, buckets.pages[-1])
+    table = _block_table(plan.sequences, num_rows, buckets.max_pages)
     *fields, next_ids = _place(token_ids, positions, slots, table, context_lens, cu_q_lens, next_ids)
     return StepBatch(*fields), next_ids
 
 
-def pack_decode(plan: DecodePlan, buckets: Buckets, *, gather: bool) -> StepBatch:
-    """The last token of every sequence; its key and value are computed by the step.
-
-    Args:
-        plan: what runs.
-        buckets: padded sizes.
-        gather: the step copies the context, so the block table is cut to the pages that this run touches.
-    """
+def pack_decode(plan: DecodePlan, buckets: Buckets) -> StepBatch:
+    """The last token of every sequence; its key and value are computed by the step."""
     num_rows = buckets.fit(buckets.rows, len(plan.sequences))
     token_ids, context_lens = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
     for row, sequence in enumerate(plan.sequences):
         token_ids[row] = sequence.output_ids[-1]
         context_lens[row] = sequence.num_computed + 1
-    longest = int(context_lens.max()) + plan.num_steps
-    num_pages = buckets.fit(buckets.pages, -(-longest // buckets.page_size)) if gather else buckets.pages[-1]
     positions = np.maximum(context_lens - 1, 0)
-    table = _block_table(plan.sequences, num_rows, num_pages)
+    table = _block_table(plan.sequences, num_rows, buckets.max_pages)
     return StepBatch(*_place(token_ids, positions, np.zeros_like(token_ids), table, context_lens, None))
 
 
@@ -103,7 +96,7 @@ def _pages(sequence: Sequence) -> list[int]:
 def _block_table(sequences: Seq[Sequence], num_rows: int, num_pages: int) -> np.ndarray:
     table = np.zeros((num_rows, num_pages), np.int32)
     for row, sequence in enumerate(sequences):
-        pages = _pages(sequence)[:num_pages]
+        pages = _pages(sequence)
         table[row, : len(pages)] = pages
     return table
 
@@ -196,7 +189,7 @@ def _edits(sequences: Seq[Sequence], num_rows: int, vocab_size: int) -> LogitEdi
 
 def _history(sequences: Seq[Sequence], num_rows: int, buckets: Buckets) -> np.ndarray:
     longest = max(sequence.num_tokens for sequence in sequences)
-    width = buckets.fit(buckets.pages, -(-longest // buckets.page_size)) * buckets.page_size
+    width = buckets.fit(buckets.columns, longest)
     history = np.full((num_rows, width), buckets.vocab_size, np.int32)
     for row, sequence in enumerate(sequences):
         ids = sequence.request.prompt_ids + sequence.output_ids

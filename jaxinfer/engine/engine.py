@@ -1,18 +1,18 @@
 """The loop around the steps: schedule, pack, run, hand out tokens."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxinfer.cache.blocks import BlockManager
-from jaxinfer.cache.pages import init_pages
+from jaxinfer.cache.pages import GatheredKV, init_pages
 from jaxinfer.cache.plan import MemoryPlan
 from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.engine.batch import (
-    MIN_CONTEXT_BUCKET,
+    MIN_COLUMNS_BUCKET,
     MIN_TOKENS_BUCKET,
     Buckets,
     num_logprobs,
@@ -24,8 +24,8 @@ from jaxinfer.engine.batch import (
 )
 from jaxinfer.engine.request import FinishReason, Request, Sequence, TokenLogprobs
 from jaxinfer.engine.scheduler import DecodePlan, PrefillPlan, Scheduler
-from jaxinfer.steps import decode_step, prefill_step
-from jaxinfer.types import Logprobs, Params, StepOutput
+from jaxinfer.steps import decode_step, gather_step, prefill_step
+from jaxinfer.types import Logprobs, Params, StepBatch, StepOutput
 
 Progress = Callable[[str, int, int], None]
 
@@ -57,12 +57,33 @@ class Engine:
         )
         self._kv = init_pages(config, num_pages=plan.num_pages, page_size=plan.page_size, dtype=plan.dtype)
         self._max_gathered_tokens = plan.max_gathered_tokens
+        self._gathered: tuple[list[Sequence], GatheredKV] | None = None  # of the rows that decoded last
         self.buckets = _buckets(config, options, plan)
 
-    @property
-    def has_work(self) -> bool:
-        """Some request is unfinished."""
-        return self._scheduler.has_work
+    def run(self, requests: list[Request]) -> None:
+        """Run requests to their end; whatever interrupts this, they hold no pages afterwards."""
+        try:
+            for request in requests:
+                self.add(request)
+            while not all(request.is_finished for request in requests):
+                self.step()
+        finally:
+            self.abort(requests)
+
+    def stream(self, request: Request) -> Iterator[str]:
+        """Run a request of one sequence, yielding text as it becomes complete; closing the iterator aborts it."""
+        sequence, shown, is_finished = request.sequences[0], 0, False
+        try:
+            self.add(request)
+            while not is_finished:
+                if not request.is_finished:  # another call's steps may have finished it
+                    self.step()
+                is_finished = request.is_finished
+                piece, shown = sequence.text[shown:], len(sequence.text)
+                if piece:
+                    yield piece
+        finally:
+            self.abort([request])
 
     def add(self, request: Request) -> None:
         """Queue every sequence of a request."""
@@ -89,7 +110,7 @@ class Engine:
 
     def close(self) -> None:
         """Free weights and pool on the device."""
-        for leaf in jax.tree.leaves((self._params, self._kv)):
+        for leaf in jax.tree.leaves((self._params, self._kv, self._gathered and self._gathered[1])):
             leaf.delete()
 
     def _prefill(self, plan: PrefillPlan) -> None:
@@ -120,28 +141,44 @@ class Engine:
                 self._emit(sequence, out, row)
 
     def _decode(self, plan: DecodePlan) -> None:
-        batch = pack_decode(plan, self.buckets, gather=True)
-        gather = batch.block_table.size * self.buckets.page_size <= self._max_gathered_tokens
-        if not gather:
-            batch = pack_decode(plan, self.buckets, gather=False)
+        batch = pack_decode(plan, self.buckets)
+        gathered = self._take_gathered(plan, batch)
+        num_columns = gathered.layers[0].v.shape[2] if gathered else 0
         top = num_logprobs(plan.sequences)
         sampling = pack_sampling(plan.sequences, len(batch.context_lens), self.buckets)
-        self._announce("decode", *batch.block_table.shape, gather, top, sampling.edits is None, sampling.stop_ids.shape)
-        self._kv, out = decode_step(
+        self._announce(
+            "decode", len(batch.token_ids), num_columns, top, sampling.edits is None, sampling.stop_ids.shape
+        )
+        self._kv, gathered, out = decode_step(
             self._params,
             self._kv,
+            gathered,
             batch,
             sampling,
             jnp.int32(plan.num_steps),
             config=self._config,
             max_steps=MAX_DECODE_STEPS,
-            gather=gather,
             num_logprobs=top,
         )
         out = jax.device_get(out)
         for row, sequence in enumerate(plan.sequences):
             sequence.num_computed += int(out.num_tokens[row])
             self._emit(sequence, out, row)
+        if gathered and not any(sequence.finish_reason for sequence in plan.sequences):
+            self._gathered = (plan.sequences, gathered)
+
+    def _take_gathered(self, plan: DecodePlan, batch: StepBatch) -> GatheredKV | None:
+        """The rows' context side by side: the last call's copy while it fits, else a new one; None without room."""
+        kept, self._gathered = self._gathered, None
+        committed = max(sequence.num_computed for sequence in plan.sequences)
+        needed = committed + MAX_DECODE_STEPS
+        if kept and kept[0] == plan.sequences and needed <= kept[1].layers[0].v.shape[2]:
+            return kept[1]
+        num_columns = self.buckets.fit(self.buckets.columns, needed)
+        if len(batch.token_ids) * num_columns > self._max_gathered_tokens:
+            return None
+        lens = jnp.maximum(batch.context_lens - 1, 0)
+        return gather_step(self._kv, batch.block_table, lens, num_columns=num_columns)
 
     def _announce(self, *program: Any) -> None:
         """Tell the user that the coming call compiles or reads a compiled program, if it does."""
@@ -171,15 +208,14 @@ class Engine:
 
 
 def _buckets(config: ModelConfig, options: EngineConfig, plan: MemoryPlan) -> Buckets:
-    page_size = plan.page_size
-    pages = -(-(plan.max_model_len + MAX_DECODE_STEPS) // page_size)
     return Buckets(
         rows=power_buckets(1, options.max_num_seqs),
         tokens=power_buckets(MIN_TOKENS_BUCKET, options.max_num_batched_tokens),
-        pages=power_buckets(max(1, MIN_CONTEXT_BUCKET // page_size), pages),
-        page_size=page_size,
+        columns=power_buckets(MIN_COLUMNS_BUCKET, plan.max_model_len + MAX_DECODE_STEPS),
+        max_pages=-(-plan.max_model_len // plan.page_size),
+        page_size=plan.page_size,
         vocab_size=config.vocab_size,
-        num_slots=plan.num_pages * page_size,
+        num_slots=plan.num_pages * plan.page_size,
     )
 
 

@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-DECODE_BLOCK = 128  # tokens of context gathered per row and iteration
-PREFILL_BLOCK = 256
-QUERY_TILE = 128  # queries per iteration of prefill
+CONTEXT_BLOCK = 128  # tokens of context gathered per row and iteration
+QUERY_TILE = 256  # queries per iteration of prefill
 MASKED = -1e30  # finite, so that a fully masked block leaves no NaN
 
 
@@ -60,7 +59,7 @@ def _decode(
     """One query per row: all rows walk their pages together, a block of columns at a time."""
     num_rows, num_heads, head_dim = q.shape
     q_BKGH = _group(q * jnp.asarray(scale, q.dtype), pools)
-    columns = _whole_blocks(block_table, pools, DECODE_BLOCK)
+    columns = _whole_blocks(block_table, pools)
     first = jnp.zeros_like(context_lens) if window is None else jnp.maximum(context_lens - window, 0)
     block_tokens = columns.shape[2] * pools.k.shape[1]
 
@@ -91,7 +90,7 @@ def _prefill(
     tile = min(QUERY_TILE, num_tokens)
     padded = jnp.pad(q * jnp.asarray(scale, q.dtype), ((0, tile), (0, 0), (0, 0)))  # the last tile may run over
     q_KGTH = _group(padded, pools).transpose(1, 2, 0, 3)
-    columns = _whole_blocks(block_table, pools, PREFILL_BLOCK)
+    columns = _whole_blocks(block_table, pools)
 
     def body(state: tuple[Int[Array, ""], Int[Array, ""], Array]) -> tuple[Int[Array, ""], Int[Array, ""], Array]:
         row, start, out_KGTH = state
@@ -149,9 +148,9 @@ def _group(x: Float[Array, "T N H"], pools: _Pools) -> Float[Array, "T K G H"]:
     return x.reshape(x.shape[0], pools.k.shape[2], -1, x.shape[2])
 
 
-def _whole_blocks(block_table: Int[Array, "B M"], pools: _Pools, tokens: int) -> Int[Array, "B blocks pages"]:
-    """Block table cut into runs of pages holding about `tokens` tokens, the last one padded with page 0."""
-    pages = min(max(1, tokens // pools.k.shape[1]), block_table.shape[1])
+def _whole_blocks(block_table: Int[Array, "B M"], pools: _Pools) -> Int[Array, "B blocks pages"]:
+    """Block table cut into runs of pages that hold a block of context, the last run padded with page 0."""
+    pages = min(max(1, CONTEXT_BLOCK // pools.k.shape[1]), block_table.shape[1])
     padding = -block_table.shape[1] % pages
     return jnp.pad(block_table, ((0, 0), (0, padding))).reshape(block_table.shape[0], -1, pages)
 

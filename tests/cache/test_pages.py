@@ -123,18 +123,18 @@ def test_gathered_context_is_flush_right_and_commits_only_new_tokens():
     pool[slots[0]], pool[slots[1, :2]] = tokens[slots[0]], tokens[slots[1, :2]]
     kv = PagedKV(layers=(PagedLayer(*(jnp.asarray(pool.reshape(6, 4, 2, 3) * sign) for sign in (1, -1))),))
     table, lens = jnp.asarray([[4, 1], [2, 3], [0, 0]], jnp.int32), jnp.asarray([6, 2, 0], jnp.int32)
-    gathered = gather_context(kv, table, lens, room=2)
+    gathered = gather_context(kv, table, lens, num_columns=9)
     layer = gathered.layers[0]
-    assert layer.k.shape == (3, 2, 3, 10) and layer.v.shape == (3, 2, 10, 3) and gathered.num_columns == 10
-    np.testing.assert_array_equal(gathered.starts, [2, 6, 8])
-    np.testing.assert_array_equal(layer.k[0, :, :, 2:8], tokens[slots[0]].transpose(1, 2, 0))
-    np.testing.assert_array_equal(layer.v[1, :, 6:8], -tokens[slots[1, :2]].transpose(1, 0, 2))
+    assert layer.k.shape == (3, 2, 3, 9) and layer.v.shape == (3, 2, 9, 3) and gathered.column == 6
+    np.testing.assert_array_equal(gathered.starts, [0, 4, 6])
+    np.testing.assert_array_equal(layer.k[0, :, :, :6], tokens[slots[0]].transpose(1, 2, 0))
+    np.testing.assert_array_equal(layer.v[1, :, 4:6], -tokens[slots[1, :2]].transpose(1, 0, 2))
     assert np.isfinite(layer.k).all() and np.isfinite(layer.v).all()
 
     new = numbered(3, 2, 3, start=1)
     columns = append_column(layer, new, -new, gathered.column)
     to = jnp.asarray([[6, 24], [10, 24], [24, 24]], jnp.int32)
-    committed = commit_columns(kv, gathered._replace(layers=(columns,)), to)
+    committed = commit_columns(kv, gathered._replace(layers=(columns,)), gathered.column, to)
     pool[[6, 10]] = new[:2]
     np.testing.assert_array_equal(committed.layers[0].k, pool.reshape(6, 4, 2, 3))
     np.testing.assert_array_equal(committed.layers[0].v, -pool.reshape(6, 4, 2, 3))

@@ -113,15 +113,15 @@ class TestAgainstReference:
     @pytest.mark.parametrize("window", [None, 100])
     def test_rows_that_straddle_tiles_and_blocks(self, window, implementation):
         query_lens = [xla.QUERY_TILE - 3, 2 * xla.QUERY_TILE + 5, 7]
-        context_lens = [xla.QUERY_TILE - 3, 2 * xla.QUERY_TILE + 5 + xla.PREFILL_BLOCK, xla.PREFILL_BLOCK + 8]
+        context_lens = [xla.QUERY_TILE - 3, 2 * xla.QUERY_TILE + 5 + xla.CONTEXT_BLOCK, xla.CONTEXT_BLOCK + 8]
         case = make_case(query_lens, context_lens, padding_tokens=9)
         assert_matches_reference(case, implementation, window=window)
 
-    @pytest.mark.parametrize("length", [xla.DECODE_BLOCK - 1, xla.DECODE_BLOCK, xla.DECODE_BLOCK + 1])
+    @pytest.mark.parametrize("length", [xla.CONTEXT_BLOCK - 1, xla.CONTEXT_BLOCK, xla.CONTEXT_BLOCK + 1])
     def test_decode_around_block_boundaries(self, length, implementation):
-        case = make_case([1, 1], [length, 3 * xla.DECODE_BLOCK - length], padding_rows=1, decode=True)
+        case = make_case([1, 1], [length, 3 * xla.CONTEXT_BLOCK - length], padding_rows=1, decode=True)
         assert_matches_reference(case, implementation)
-        assert_matches_reference(case, implementation, window=xla.DECODE_BLOCK)
+        assert_matches_reference(case, implementation, window=xla.CONTEXT_BLOCK)
 
     @pytest.mark.parametrize("decode", [False, True], ids=["prefill", "decode"])
     def test_bfloat16(self, decode, implementation):

@@ -28,7 +28,7 @@ def step(params, kv, batch, *, config):
     return kv, logits(params, hidden)
 
 
-gather = jax.jit(gather_context, static_argnames="room")
+gather = jax.jit(gather_context, static_argnames="num_columns")
 commit = jax.jit(commit_columns, donate_argnames="kv")
 
 
@@ -77,7 +77,9 @@ class Runner:
         """`decode` of `tokens[row, step]` over a copy of the context that is committed at the end, [row, step, V]."""
         num_rows, num_steps = tokens.shape
         starts = self.lens.copy()
-        gathered = gather(self.kv, jnp.asarray(self.table), jnp.asarray(self.lens), room=room)
+        num_columns = PAGES_PER_ROW * PAGE_SIZE + room
+        gathered = gather(self.kv, jnp.asarray(self.table), jnp.asarray(self.lens), num_columns=num_columns)
+        first = jnp.int32(int(gathered.column))  # a copy: the steps donate the original
         outs = []
         for column in range(num_steps):
             batch = self._batch(*self._decode_batch(tokens[:, column]), None)
@@ -89,7 +91,7 @@ class Runner:
         slots = np.full((NUM_ROWS, room), NUM_PAGES * PAGE_SIZE, np.int32)
         for row in range(num_rows):
             slots[row, :num_steps] = self.slots(row, starts[row] + np.arange(num_steps))
-        self.kv = commit(self.kv, gathered, jnp.asarray(slots))
+        self.kv = commit(self.kv, gathered, first, jnp.asarray(slots))
         return np.stack(outs, axis=1)
 
     def _decode_batch(self, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
