@@ -161,3 +161,14 @@ def test_a_copy_carries_over_from_run_to_run(model, kv):
         ids.append(out.ids[:, :4])
         batch = batch._replace(token_ids=out.ids[:, 3], context_lens=batch.context_lens + 4)
     np.testing.assert_array_equal(np.concatenate(ids, axis=1), once.ids)
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_steps_lower_for_accelerators(model, kv, platform):
+    params, config = model
+    inputs = prefill_batch(32), sampling(1, vocab_size=config.vocab_size), jnp.zeros(32, jnp.int32)
+    prefill = prefill_step.trace(params, kv, *inputs, config=config)
+    inputs = None, decode_batch(4, 20), sampling(4, vocab_size=config.vocab_size), jnp.int32(4)
+    decode = decode_step.trace(params, kv, *inputs, config=config, max_steps=8)
+    for traced in (prefill, decode):
+        assert "optimization_barrier" not in traced.lower(lowering_platforms=(platform,)).as_text()  # CPU's products

@@ -37,6 +37,9 @@ class Measurement:
         return self.kind if self.kind == "first" else f"{self.kind} {self.size}"
 
 
+Measure = Callable[[Measurement], Result]
+
+
 class Subject:
     """Our side: the engine, timed from its requests' own clocks."""
 
@@ -87,7 +90,11 @@ class Peer:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
-        self.description = self._answer()
+        try:
+            self.description = self._answer()
+        except BaseException:
+            self.close()
+            raise
 
     def measure(self, what: Measurement) -> Result:
         """Ask for one timing."""
@@ -105,7 +112,7 @@ class Peer:
     def close(self) -> None:
         """End the program."""
         self._process.kill()
-        self._process.wait()
+        self._process.communicate()
 
 
 def transformers_peer(model: Path, *, threads: int) -> Peer:
@@ -115,8 +122,8 @@ def transformers_peer(model: Path, *, threads: int) -> Peer:
 
 
 def run(
-    subject: Subject,
-    peer: Peer | None,
+    ours: Measure,
+    theirs: Measure | None,
     measurements: Iterable[Measurement],
     *,
     repeats: int,
@@ -129,15 +136,15 @@ def run(
     """
     rows = []
     for what in measurements:
-        sides = [subject.measure] + ([peer.measure] if peer else [])
+        sides = [ours] + ([theirs] if theirs else [])
         rounds = [[_value(side(what)) for side in sides] for _ in range(repeats + 1)][1:]
         unit = "seconds" if what.kind == "first" else "tokens_per_second"
-        ours = [values[0] for values in rounds]
-        row: Result = {"kind": what.kind, "size": what.size, "n": repeats, unit: statistics.median(ours), "all": ours}
-        if peer:
-            theirs = [values[1] for values in rounds]
+        mine = [values[0] for values in rounds]
+        row: Result = {"kind": what.kind, "size": what.size, "n": repeats, unit: statistics.median(mine), "all": mine}
+        if theirs:
+            yours = [values[1] for values in rounds]
             speedups = [b / a if what.kind == "first" else a / b for a, b in rounds]
-            row |= {f"peer_{unit}": statistics.median(theirs), "ratio": statistics.median(speedups), "all_peer": theirs}
+            row |= {f"peer_{unit}": statistics.median(yours), "ratio": statistics.median(speedups), "all_peer": yours}
         report(row)
         rows.append(row)
     return rows

@@ -42,6 +42,15 @@ class MemoryPlan:
         """Tokens the pool holds."""
         return self.num_pages * self.page_size
 
+    @property
+    def summary(self) -> str:
+        """The plan in one line."""
+        return (
+            f"Memory: {_size(self.weight_bytes)} weights, {_size(self.page_bytes)} pages for "
+            f"{self.num_cached_tokens:,} tokens, at most {_size(self.temporary_bytes)} temporaries; "
+            f"context up to {self.max_model_len:,} tokens"
+        )
+
     def __str__(self) -> str:
         gathered = self.max_gathered_tokens * self.kv_bytes_per_token
         rows = [

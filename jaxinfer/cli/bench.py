@@ -50,9 +50,9 @@ def latency(
             if against:
                 peer = latency.transformers_peer(Path(resolve_model(model)), threads=os.cpu_count() or 1)
             result = latency.describe(llm, model) | {"peer": peer.description if peer else None}
-            subject = latency.Subject(llm, model)
+            ours, theirs = latency.Subject(llm, model).measure, peer.measure if peer else None
             try:
-                result["results"] = latency.run(subject, peer, measurements, repeats=repeats, report=_print_row)
+                result["results"] = latency.run(ours, theirs, measurements, repeats=repeats, report=_print_row)
             finally:
                 if peer:
                     peer.close()

@@ -38,7 +38,7 @@ def chat(
         from jaxinfer.llm import LLM
 
         with LLM(model, dtype=dtype, progress=progress) as llm:
-            progress.pause()
+            progress.say(llm.plan.summary)
             while text := _ask():
                 messages.append({"role": "user", "content": text})
                 try:

@@ -55,6 +55,7 @@ def generate(
         from jaxinfer.llm import LLM
 
         with LLM(model, dtype=dtype, progress=progress) as llm:
+            progress.say(llm.plan.summary)
             prompt_ids = llm.tokenizer.encode(text)
             if not raw and llm.tokenizer.has_chat_template:
                 prompt_ids = llm.tokenizer.chat_ids([{"role": "user", "content": text}])

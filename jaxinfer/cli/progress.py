@@ -39,6 +39,11 @@ class StderrProgress:
         assert self._task is not None
         self._bar.update(self._task, completed=done, total=total or None)
 
+    def say(self, text: str) -> None:
+        """Print a line that stays."""
+        self.pause()
+        print(text, file=sys.stderr, flush=True)
+
     def pause(self) -> None:
         """Take the bar away, before other output."""
         if self._console.is_terminal:

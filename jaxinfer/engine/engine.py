@@ -174,6 +174,7 @@ class Engine:
         needed = committed + MAX_DECODE_STEPS
         if kept and kept[0] == plan.sequences and needed <= kept[1].layers[0].v.shape[2]:
             return kept[1]
+        del kept  # its memory is the new copy's
         num_columns = self.buckets.fit(self.buckets.columns, needed)
         if len(batch.token_ids) * num_columns > self._max_gathered_tokens:
             return None

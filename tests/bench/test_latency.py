@@ -1,0 +1,69 @@
+"""`jaxinfer bench latency` measures both sides in turn and writes what it found."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxinfer.bench.latency import Measurement, Peer, run
+from jaxinfer.cli import main
+
+FAKE_PEER = """
+import json, sys
+print(json.dumps({"peer": "fake"}), flush=True)
+for line in sys.stdin:
+    kind, *size = line.split()
+    print(json.dumps({"seconds": 9.0} if kind == "first" else {"tokens_per_second": float(size[0])}), flush=True)
+"""
+
+
+def twice_as_fast(what: Measurement) -> dict:
+    return {"seconds": 4.5} if what.kind == "first" else {"tokens_per_second": 2.0 * what.size}
+
+
+@pytest.fixture
+def peer(tmp_path: Path):
+    script = tmp_path / "peer.py"
+    script.write_text(FAKE_PEER)
+    peer = Peer([sys.executable, str(script)])
+    yield peer
+    peer.close()
+
+
+def test_ratios_are_our_speed_over_the_peers(peer):
+    seen = []
+    what = [Measurement("decode", 8), Measurement("prefill", 1024), Measurement("first")]
+    rows = run(twice_as_fast, peer.measure, what, repeats=3, report=seen.append)
+    assert peer.description == {"peer": "fake"} and seen == rows
+    assert [row["ratio"] for row in rows] == [2.0, 2.0, 2.0]
+    assert rows[0]["tokens_per_second"] == 16.0 and rows[0]["peer_tokens_per_second"] == 8.0
+    assert rows[2]["seconds"] == 4.5 and rows[2]["peer_seconds"] == 9.0
+    assert all(len(row["all"]) == len(row["all_peer"]) == 3 for row in rows)
+
+
+def test_a_peer_that_dies_is_reported(tmp_path: Path):
+    script = tmp_path / "dies.py"
+    script.write_text("raise SystemExit(1)")
+    with pytest.raises(RuntimeError, match="ended without an answer"):
+        Peer([sys.executable, str(script)])
+
+
+def test_the_command_writes_json(tiny, tmp_path: Path, monkeypatch, capsys):
+    output = tmp_path / "result.json"
+    options = ["--batch", "1", "--batch", "2", "--prefill", "16", "--repeats", "1", "--output", str(output)]
+    arguments = ["jaxinfer", "bench", "latency", "-m", str(tiny("llama")), *options]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert not end.value.code
+    result = json.loads(output.read_text())
+    assert [(row["kind"], row["size"]) for row in result["results"]] == [
+        ("decode", 1),
+        ("decode", 2),
+        ("prefill", 16),
+        ("first", 1),
+    ]
+    assert all(row.get("tokens_per_second", 1) > 0 for row in result["results"])
+    assert result["device"] and result["versions"]["jax"] and result["peer"] is None
+    assert "to first token" in capsys.readouterr().out
