@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, no_type_check
 
 from jaxinfer.errors import ConfigError
 
@@ -80,6 +80,7 @@ class ModelConfig:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
 
 
+@no_type_check  # a type checker at run time must leave wrong types to __post_init__, which names the remedy
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Sizes the user may set; `cache.plan.MemoryPlan` resolves what is left open.

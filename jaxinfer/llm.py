@@ -9,7 +9,7 @@ import numpy as np
 from jaxinfer.compile_cache import enable_compile_cache
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.engine import Engine
-from jaxinfer.engine.intake import Intake
+from jaxinfer.engine.intake import Intake, as_token_id
 from jaxinfer.engine.outputs import RequestOutput, request_output
 from jaxinfer.engine.request import Request
 from jaxinfer.errors import RequestError
@@ -92,7 +92,7 @@ class LLM:
         Raises:
             RequestError: the single prompt is bad, or `params` and `prompts` differ in number.
         """
-        if isinstance(prompts, str) or _is_token_ids(prompts):
+        if not isinstance(prompts, list | tuple) or _is_token_ids(prompts):
             request = self._request(prompts, params)
             self._engine.run([request])
             return request_output(request)
@@ -133,10 +133,11 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _request(self, prompt: Prompt, params: SamplingParams | None) -> Request:
-        return self._intake.request(prompt, params or SamplingParams(), seed=int(self._seeds.integers(2**63)))
+    def _request(self, prompt: Any, params: Any) -> Request:
+        params = SamplingParams() if params is None else params
+        return self._intake.request(prompt, params, seed=int(self._seeds.integers(2**63)))
 
-    def _try_request(self, prompt: Prompt, params: SamplingParams | None) -> Request | RequestOutput:
+    def _try_request(self, prompt: Any, params: Any) -> Request | RequestOutput:
         try:
             return self._request(prompt, params)
         except RequestError as error:
@@ -145,4 +146,4 @@ class LLM:
 
 
 def _is_token_ids(prompts: Sequence[Any]) -> bool:
-    return len(prompts) > 0 and all(hasattr(item, "__index__") for item in prompts)
+    return len(prompts) > 0 and all(isinstance(item, bool) or as_token_id(item) is not None for item in prompts)

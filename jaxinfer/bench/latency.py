@@ -73,11 +73,17 @@ class Subject:
         start = time.perf_counter()
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
             assert process.stdout is not None
-            process.stdout.read(1)
-            return time.perf_counter() - start
+            shown = process.stdout.read(1)
+            seconds = time.perf_counter() - start
+        if not shown:
+            raise RuntimeError(f"{command} printed nothing; run it by hand to see why")
+        return seconds
 
     def _generate(self, prompts: list[list[int]], max_tokens: int) -> Any:
-        return self._llm.generate(prompts, SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True))
+        outputs = self._llm.generate(prompts, SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True))
+        for error in (output.error for output in outputs if output.error):
+            raise error
+        return outputs
 
     def _prompt(self, tokens: int) -> list[int]:
         return self._random.integers(100, self._llm.config.vocab_size, tokens).tolist()

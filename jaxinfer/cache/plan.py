@@ -7,7 +7,7 @@ import numpy as np
 import psutil
 
 from jaxinfer.config import EngineConfig, ModelConfig
-from jaxinfer.errors import MemoryPlanError
+from jaxinfer.errors import ConfigError, MemoryPlanError
 
 CPU_CACHE_BYTES = 1 << 30  # pool on CPU unless the user says otherwise
 DEVICE_FRACTION = 0.9  # of an accelerator's memory that the plan may use
@@ -84,8 +84,14 @@ def plan_memory(
         gather_context: decode steps copy the context they read; see `cache.pages.GatheredKV`.
 
     Raises:
+        ConfigError: `max_model_len` is beyond the model's context.
         MemoryPlanError: weights and one sequence of `max_model_len` do not fit.
     """
+    if (options.max_model_len or 0) > config.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len must be at most {config.max_position_embeddings:,}, the model's context in tokens, "
+            f"got {options.max_model_len:,}"
+        )
     available = device_bytes()
     per_token = config.kv_bytes_per_token(dtype.itemsize)
     step_bytes = _step_bytes(config, options)

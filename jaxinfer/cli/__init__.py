@@ -26,6 +26,3 @@ def main() -> None:
     except JaxinferError as error:
         print(f"jaxinfer: {error}", file=sys.stderr)
         sys.exit(2)
-    except BrokenPipeError:  # the reader of our output went away
-        sys.stderr.close()
-        sys.exit(141)

@@ -22,8 +22,8 @@ def bench() -> None:
 def latency(
     model: options.Model = options.DEFAULT_MODEL,
     batch: Annotated[list[int], typer.Option(help="Batch size to decode; may be repeated.")] = [1, 8, 32],  # noqa: B006
-    prefill: Annotated[int, typer.Option(help="Prompt tokens to prefill.")] = 1024,
-    repeats: Annotated[int, typer.Option(help="Timings behind each median.")] = 5,
+    prefill: Annotated[int, typer.Option(min=1, help="Prompt tokens to prefill.")] = 1024,
+    repeats: Annotated[int, typer.Option(min=1, help="Timings behind each median.")] = 5,
     against: Annotated[str | None, typer.Option(help="'transformers': time it too, turn by turn.")] = None,
     first_token: Annotated[bool, typer.Option(help="Also time a new process to its first token.")] = True,
     output: Annotated[Path | None, typer.Option(help="Write the result here as JSON.")] = None,

@@ -67,5 +67,5 @@ def _answer(pieces, progress: StderrProgress) -> str:
     except KeyboardInterrupt:
         pieces.close()
     progress.pause()
-    print()
+    print(flush=True)
     return answer

@@ -9,6 +9,7 @@ import typer
 
 from jaxinfer.cli import options
 from jaxinfer.cli.progress import StderrProgress
+from jaxinfer.errors import RequestError
 from jaxinfer.sampling_params import SamplingParams
 
 
@@ -49,23 +50,27 @@ def generate(
         logprobs=logprobs,
     )
     if not as_json and (n != 1 or logprobs is not None):
-        raise typer.BadParameter("several samples and log probabilities are printed with --json only")
+        raise RequestError("several samples and log probabilities are printed with --json only; add it")
+    _run(model, text, params, dtype=dtype, raw=raw, as_json=as_json)
+
+
+def _run(model: str, text: str, params: SamplingParams, *, dtype: str | None, raw: bool, as_json: bool) -> None:
     with StderrProgress() as progress:
         progress("Starting JAX", 0, 0)
         from jaxinfer.llm import LLM
 
         with LLM(model, dtype=dtype, progress=progress) as llm:
             progress.say(llm.plan.summary)
-            prompt_ids = llm.tokenizer.encode(text)
+            prompt = text
             if not raw and llm.tokenizer.has_chat_template:
-                prompt_ids = llm.tokenizer.chat_ids([{"role": "user", "content": text}])
+                prompt = llm.tokenizer.chat_ids([{"role": "user", "content": text}])
             if as_json:
-                output = asdict(llm.generate(prompt_ids, params))
+                output = asdict(llm.generate(prompt, params))
                 progress.pause()
-                print(json.dumps(output | {"prompt": text}, ensure_ascii=False))
+                print(json.dumps(output | {"prompt": text}, ensure_ascii=False), flush=True)
                 return
-            for piece in llm.stream(prompt_ids, params):
+            for piece in llm.stream(prompt, params):
                 progress.pause()
                 print(piece, end="", flush=True)
             progress.pause()
-            print()
+            print(flush=True)

@@ -33,5 +33,6 @@ def info(
         if value not in (None, (), False) and name != "rope":
             print(f"{name:<24} {value}")
     print(
-        f"{'parameters':<24} {count:,}\n{'KV bytes per token':<24} {plan.kv_bytes_per_token:,}\n\nMemory plan\n{plan}"
+        f"{'parameters':<24} {count:,}\n{'KV bytes per token':<24} {plan.kv_bytes_per_token:,}\n\nMemory plan\n{plan}",
+        flush=True,  # here, where a closed pipe is met quietly
     )

@@ -1,7 +1,11 @@
 """From what a caller passes to a checked Request. Every complaint is raised here, before any device work."""
 
+import operator
+import reprlib
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any, NoReturn, no_type_check
 
 from jaxinfer.engine.request import Request, Sequence
 from jaxinfer.engine.text import TextStream
@@ -21,6 +25,7 @@ class Intake:
     max_model_len: int
     eos_ids: tuple[int, ...]
 
+    @no_type_check  # a type checker at run time must leave wrong types to the checks below, which name the remedy
     def request(self, prompt: str | Seq[int], params: SamplingParams, *, seed: int) -> Request:
         """A request with its n sequences.
 
@@ -30,7 +35,8 @@ class Intake:
             seed: used where `params` brings none.
 
         Raises:
-            RequestError: an empty or too long prompt, ids outside the vocabulary, more tokens than the context has.
+            RequestError: an empty or too long prompt, ids outside the vocabulary, more tokens than the context has,
+                or anything of a wrong type.
         """
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params must be a SamplingParams, got {type(params).__name__}")
@@ -50,24 +56,25 @@ class Intake:
         ]
         return request
 
-    def _prompt_ids(self, prompt: str | Seq[int]) -> list[int]:
+    def _prompt_ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             ids = self.tokenizer.encode(prompt)
+        elif isinstance(prompt, Iterable) and not isinstance(prompt, bytes | bytearray | Mapping):
+            ids = [self._refuse(value) if (i := as_token_id(value)) is None else i for value in prompt]
         else:
-            ids = [int(i) if _is_id(i) else self._refuse_id(i) for i in prompt]
+            self._refuse(prompt)
         if not ids and self.tokenizer.bos_id is not None:
             ids = [self.tokenizer.bos_id]
         if not ids:
             raise RequestError("prompt must hold at least one token, got an empty one; this tokenizer adds none itself")
         outside = next((i for i in ids if not 0 <= i < self.vocab_size), None)
         if outside is not None:
-            self._refuse_id(outside)
+            self._refuse(outside)
         return ids
 
-    def _refuse_id(self, value: object) -> int:
-        raise RequestError(
-            f"prompt must be a string or token ids from 0 to {self.vocab_size - 1}, got {value!r} among them"
-        )
+    def _refuse(self, value: object) -> NoReturn:
+        expected = f"a string or a sequence of token ids from 0 to {self.vocab_size - 1}"
+        raise RequestError(f"prompt must be {expected}, got {reprlib.repr(value)}")
 
     def _max_tokens(self, num_prompt: int, params: SamplingParams) -> int:
         room = self.max_model_len - num_prompt
@@ -93,6 +100,9 @@ class Intake:
         return TextStream(detokenizer, tuple(params.stop), include_stop=params.include_stop_str_in_output)
 
 
-def _is_id(value: object) -> bool:
-    """An integer of any kind, numpy's included, but no bool."""
-    return hasattr(value, "__index__") and not isinstance(value, bool)
+def as_token_id(value: Any) -> int | None:
+    """`value` as int if it is one, numpy's included; a bool is not."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -15,10 +16,21 @@ from jaxinfer.errors import UnsupportedModelError
 def rotation(
     positions: Int[Array, " T"], *, rope: RopeConfig
 ) -> tuple[Float[Array, "T 1 half"], Float[Array, "T 1 half"]]:
-    """Cosines and sines of every rotated pair, shared by all layers of a step."""
-    angles = positions.astype(jnp.float32)[:, None, None] * jnp.asarray(rope.inv_freq, jnp.float32)
-    factor = jnp.float32(rope.attention_factor)
-    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+    """Cosines and sines of every rotated pair, shared by all layers of a step.
+
+    Computed in a loop over two halves of the tokens: a loop's result is stored, while XLA:CPU would repeat plain
+    sines in the fusions of every layer and head (5 % of a prefill of 1024 tokens).
+    """
+
+    def rotate(positions: Int[Array, " part"]) -> tuple[Float[Array, "part 1 half"], Float[Array, "part 1 half"]]:
+        angles = positions.astype(jnp.float32)[:, None, None] * jnp.asarray(rope.inv_freq, jnp.float32)
+        factor = jnp.float32(rope.attention_factor)
+        return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+    if positions.shape[0] % 2:
+        return rotate(positions)
+    cos, sin = jax.lax.map(rotate, positions.reshape(2, -1))
+    return cos.reshape(-1, 1, cos.shape[-1]), sin.reshape(-1, 1, sin.shape[-1])
 
 
 def apply_rope(

@@ -4,9 +4,11 @@ import json
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
-from jaxinfer.bench.latency import Measurement, Peer, run
+from jaxinfer import LLM, RequestError
+from jaxinfer.bench.latency import Measurement, Peer, Subject, run
 from jaxinfer.cli import main
 
 FAKE_PEER = """
@@ -49,10 +51,37 @@ def test_a_peer_that_dies_is_reported(tmp_path: Path):
         Peer([sys.executable, str(script)])
 
 
+def test_the_subject_measures_decoding_prefill_and_nothing_that_was_refused(tiny):
+    with LLM(tiny("llama"), max_num_seqs=2, kv_cache_bytes=1 << 20) as llm:
+        subject = Subject(llm, "tiny")
+        for what in (Measurement("decode", 2), Measurement("prefill", 16)):
+            assert subject.measure(what)["tokens_per_second"] > 0
+        with pytest.raises(RequestError, match="200 prompt tokens"):
+            subject.measure(Measurement("prefill", 200))
+
+
+def test_the_first_token_is_that_of_a_new_process_that_works(tiny, monkeypatch, tmp_path: Path):
+    cache = jax.config.values["jax_compilation_cache_dir"] or tmp_path
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(cache))
+    with LLM(tiny("llama"), max_num_seqs=1, kv_cache_bytes=1 << 20) as llm:
+        assert Subject(llm, str(tiny("llama"))).measure(Measurement("first"))["seconds"] > 0
+        with pytest.raises(RuntimeError, match="printed nothing"):
+            Subject(llm, "no-such-model").measure(Measurement("first"))
+
+
+def test_a_benchmark_that_cannot_run_ends_with_one_sentence(tiny, monkeypatch, capsys):
+    options = ["-m", str(tiny("llama")), "--batch", "1", "--prefill", "200", "--repeats", "1", "--no-first-token"]
+    monkeypatch.setattr(sys, "argv", ["jaxinfer", "bench", "latency", *options])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("jaxinfer: prompt must leave room in a context of 128")
+
+
 def test_the_command_writes_json(tiny, tmp_path: Path, monkeypatch, capsys):
     output = tmp_path / "result.json"
-    options = ["--batch", "1", "--batch", "2", "--prefill", "16", "--repeats", "1", "--output", str(output)]
-    arguments = ["jaxinfer", "bench", "latency", "-m", str(tiny("llama")), *options]
+    options = ["--batch", "1", "--batch", "2", "--prefill", "16", "--repeats", "1", "--no-first-token"]
+    arguments = ["jaxinfer", "bench", "latency", "-m", str(tiny("llama")), *options, "--output", str(output)]
     monkeypatch.setattr(sys, "argv", arguments)
     with pytest.raises(SystemExit) as end:
         main()
@@ -62,8 +91,7 @@ def test_the_command_writes_json(tiny, tmp_path: Path, monkeypatch, capsys):
         ("decode", 1),
         ("decode", 2),
         ("prefill", 16),
-        ("first", 1),
     ]
-    assert all(row.get("tokens_per_second", 1) > 0 for row in result["results"])
+    assert all(row["tokens_per_second"] > 0 and row["n"] == len(row["all"]) == 1 for row in result["results"])
     assert result["device"] and result["versions"]["jax"] and result["peer"] is None
-    assert "to first token" in capsys.readouterr().out
+    assert capsys.readouterr().out.count("tokens/s") == 3

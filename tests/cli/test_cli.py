@@ -1,5 +1,6 @@
 """The `jaxinfer` command on a tiny checkpoint, as a user types it."""
 
+import errno
 import json
 import sys
 
@@ -86,8 +87,40 @@ def test_json_holds_samples_logprobs_and_timings(jaxinfer):
 
 
 def test_several_samples_without_json_are_refused(jaxinfer):
-    status, _, err = jaxinfer("generate", PROMPT, "-m", "TINY", "-n", "2")
-    assert status == 2 and "--json" in err
+    for options in (("-n", "2"), ("--logprobs", "1")):
+        status, out, err = jaxinfer("generate", PROMPT, "-m", "TINY", *options)
+        assert status == 2 and out == "" and err.startswith("jaxinfer: ") and "--json" in err
+
+
+def test_json_is_one_line_that_equals_the_library(jaxinfer, tiny):
+    options = ("--raw", "--json", "--max-tokens", "10", "--logprobs", "0")
+    status, out, _ = jaxinfer("generate", PROMPT, "-m", "TINY", *options)
+    with LLM(tiny("llama"), kv_cache_bytes=1 << 20) as llm:
+        output = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=10, logprobs=0))
+    (line,), result = out.splitlines(), json.loads(out, parse_constant=pytest.fail)
+    assert status == 0 and line.startswith("{") and result["error"] is None
+    sample = result["outputs"][0]
+    assert (sample["text"], sample["token_ids"]) == (output.text, output.token_ids)
+    assert sample["finish_reason"] == output.finish_reason
+    assert [entry["token_id"] for entry in sample["logprobs"]] == output.token_ids
+    assert all(entry["logprob"] <= 0 for entry in sample["logprobs"])
+    assert result["prompt_token_ids"] == output.prompt_token_ids
+
+
+def test_an_empty_prompt_is_the_beginning_of_a_text(jaxinfer):
+    result = json.loads(jaxinfer("generate", "", "-m", "TINY", "--raw", "--json", "--max-tokens", "2")[1])
+    assert result["prompt"] == "" and len(result["prompt_token_ids"]) == 1
+
+
+def test_a_reader_that_leaves_ends_the_command_quietly(jaxinfer, monkeypatch):
+    def leave(*_):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    for arguments in (("generate", PROMPT, "--raw", "--max-tokens", "4", "-m"), ("info",)):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys.stdout, "write", leave)
+            status, _, err = jaxinfer(*arguments, "TINY")
+        assert status == 1 and "Traceback" not in err and "Broken" not in err
 
 
 @pytest.mark.parametrize(
@@ -98,9 +131,10 @@ def test_several_samples_without_json_are_refused(jaxinfer):
         (("--max-tokens", "-3"), "max_tokens"),
         (("--max-tokens", "4000"), "max_tokens"),
         (("--stop", ""), "stop"),
+        (("--seed", "-1"), "seed"),
         (("--dtype", "int3"), "dtype"),
         (("-m", "no-such-model"), "no-such-model"),
-        (("-m", "/tmp"), "/tmp"),
+        (("-m", "/proc"), "/proc"),
     ],
 )
 def test_bad_input_ends_with_one_sentence_and_status_2(jaxinfer, options, named):
@@ -111,7 +145,13 @@ def test_bad_input_ends_with_one_sentence_and_status_2(jaxinfer, options, named)
 
 
 def test_an_almost_right_name_is_answered_with_the_right_one(jaxinfer):
-    assert "smollm2-135m-instruct" in jaxinfer("info", "smollm2-135m-instuct")[2]
+    status, out, err = jaxinfer("info", "smollm2-135m-instuct")
+    assert (status, out) == (2, "") and "did you mean smollm2-135m-instruct?" in err
+
+
+def test_info_refuses_a_context_beyond_the_models(jaxinfer):
+    status, out, err = jaxinfer("info", "TINY", "--max-model-len", "129")
+    assert (status, out) == (2, "") and "max_model_len must be at most 128" in err
 
 
 def test_info_shows_parameters_and_the_memory_plan_without_loading(jaxinfer):
@@ -130,6 +170,14 @@ def test_info_shows_parameters_and_the_memory_plan_without_loading(jaxinfer):
 
 def test_chat_keeps_the_conversation_and_survives_a_full_context(jaxinfer):
     options = ("-m", "TINY", "--max-tokens", "4", "--system", "be brief")
+    _, expected, _ = jaxinfer("chat", *options, stdin="hi\nbye\n")
     status, out, err = jaxinfer("chat", *options, stdin="hi\n" + "much too long " * 30 + "\nbye\n")
-    assert status == 0 and out.count("\n") >= 2
+    assert status == 0 and out == expected and out.count("\n") >= 2
     assert err.count("jaxinfer: prompt must leave room") == 1
+    assert jaxinfer("chat", *options, stdin="bye\n")[1] != expected.partition("\n")[2], "what was said before counts"
+
+
+def test_chat_ends_at_an_empty_line(jaxinfer):
+    options = ("-m", "TINY", "--max-tokens", "2")
+    once = jaxinfer("chat", *options, stdin="hi\n")
+    assert once[0] == 0 and jaxinfer("chat", *options, stdin="hi\n\nbye\n")[1] == once[1] != ""
