@@ -61,7 +61,7 @@ def _answer(pieces, progress: StderrProgress) -> str:
     answer = ""
     try:
         for piece in pieces:
-            progress.pause()
+            progress.mute()
             print(piece, end="", flush=True)
             answer += piece
     except KeyboardInterrupt:

@@ -70,7 +70,7 @@ def _run(model: str, text: str, params: SamplingParams, *, dtype: str | None, ra
                 print(json.dumps(output | {"prompt": text}, ensure_ascii=False), flush=True)
                 return
             for piece in llm.stream(prompt, params):
-                progress.pause()
+                progress.mute()
                 print(piece, end="", flush=True)
             progress.pause()
             print(flush=True)

@@ -23,9 +23,12 @@ class StderrProgress:
         )
         self._label: str | None = None
         self._task: TaskID | None = None
+        self._is_muted = False
 
     def __call__(self, label: str, done: int, total: int) -> None:
         """Report progress; a total of 0 means that it is unknown."""
+        if self._is_muted:
+            return
         is_new = label != self._label
         self._label = label
         if not self._console.is_terminal:
@@ -43,6 +46,11 @@ class StderrProgress:
         """Print a line that stays."""
         self.pause()
         print(text, file=sys.stderr, flush=True)
+
+    def mute(self) -> None:
+        """Say nothing more: the text on stdout speaks now, and a report would land in its middle."""
+        self.pause()
+        self._is_muted = True
 
     def pause(self) -> None:
         """Take the bar away, before other output."""

@@ -49,7 +49,7 @@ def expected(tiny) -> str:
 def test_generate_streams_what_the_library_generates(jaxinfer, expected):
     status, out, err = jaxinfer("generate", PROMPT, "-m", "TINY", "--raw", "--max-tokens", "10")
     assert (status, out) == (0, expected + "\n")
-    assert "Loading weights" in err and "Preparing decode step" in err and "Memory:" in err
+    assert "Loading weights" in err and "Preparing prefill step" in err and "Memory:" in err
 
 
 def test_generate_reads_standard_input(jaxinfer, expected):
