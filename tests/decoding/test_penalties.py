@@ -1,10 +1,11 @@
 import jax
 import numpy as np
-import torch
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from jaxinfer.decoding import penalties
 from jaxinfer.types import LogitEdits
+
+torch = pytest.importorskip("torch")
 
 add_token, ban_until, edit_logits = map(jax.jit, (penalties.add_token, penalties.ban_until, penalties.edit_logits))
 count_tokens = jax.jit(penalties.count_tokens, static_argnames="vocab_size")

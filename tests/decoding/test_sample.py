@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -19,6 +18,8 @@ from transformers.generation.logits_process import (
 from jaxinfer.decoding import sample as module
 from jaxinfer.decoding.sample import min_p_cutoff, scale_logits, top_k_cutoff, top_p_cutoff
 from jaxinfer.types import SamplingRows
+
+torch = pytest.importorskip("torch")
 
 first_argmax, sample, sample_token = map(jax.jit, (module.first_argmax, module.sample, module.sample_token))
 token_logprobs = jax.jit(module.token_logprobs, static_argnames="num_top")
