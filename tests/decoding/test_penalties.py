@@ -1,5 +1,6 @@
 import jax
 import numpy as np
+import pytest
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from jaxinfer.decoding import penalties
