@@ -45,6 +45,11 @@ class GatheredKV(NamedTuple):
     starts: Int[Array, " B"]  # first valid column of each row
     column: Int[Array, ""]  # where the next token goes
 
+    @property
+    def num_columns(self) -> int:
+        """Context and room for new tokens."""
+        return self.layers[0].v.shape[2]
+
 
 KVCache = TypeVar("KVCache", PagedKV, GatheredKV)  # a step reads and returns the kind it was given
 

@@ -143,7 +143,7 @@ class Engine:
     def _decode(self, plan: DecodePlan) -> None:
         batch = pack_decode(plan, self.buckets)
         gathered = self._take_gathered(plan, batch)
-        num_columns = gathered.layers[0].v.shape[2] if gathered else 0
+        num_columns = gathered.num_columns if gathered else 0
         top = num_logprobs(plan.sequences)
         sampling = pack_sampling(plan.sequences, len(batch.context_lens), self.buckets)
         self._announce(
@@ -172,7 +172,7 @@ class Engine:
         kept, self._gathered = self._gathered, None
         committed = max(sequence.num_computed for sequence in plan.sequences)
         needed = committed + MAX_DECODE_STEPS
-        if kept and kept[0] == plan.sequences and needed <= kept[1].layers[0].v.shape[2]:
+        if kept and kept[0] == plan.sequences and needed <= kept[1].num_columns:
             return kept[1]
         del kept  # its memory is the new copy's
         num_columns = self.buckets.fit(self.buckets.columns, needed)
